@@ -1,6 +1,7 @@
 """The command line of minirstar: train, compare, eval and chat, with their problems and run folders."""
 
 import argparse
+import difflib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from minirstar import __doc__ as METHOD
 from minirstar import __file__ as SOURCE
 
 ALGORITHMS = ("roc", "grpo", "uniform")
+COMMANDS = ("train", "compare", "eval", "chat")
 
 
 def load_problems(cfg: Config, held_out: bool) -> list[Problem]:
@@ -236,26 +239,37 @@ def parse_args(argv: Sequence[str]) -> tuple[str, str | None, bool, dict]:
     helps = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source[source.index("class Config"):], re.MULTILINE))
     parser = argparse.ArgumentParser(
         prog="minirstar.py", description=METHOD.split("\n\n")[0], allow_abbrev=False,
-        argument_default=argparse.SUPPRESS, usage="python minirstar.py "
-        "[train | compare | eval TARGET | chat TARGET] [--resume] [--FIELD VALUE ...]")
-    parser.add_argument("command", nargs="?", default="train", choices=("train", "compare", "eval", "chat"))
+        argument_default=argparse.SUPPRESS,
+        usage="minirstar.py [train | compare | eval TARGET | chat TARGET] [--resume] [--FIELD VALUE ...]")
+    parser.add_argument("command", nargs="?", default="train", help="train (default), compare, eval or chat")
     parser.add_argument("target", nargs="?", default=None,
                         help="eval, chat: run folder, checkpoint or Hugging Face model")
     parser.add_argument("--resume", action="store_true", default=False,
-                        help="go on with --name from its last checkpoint")
+                        help="go on with the run --name from its last checkpoint")
     for f in fields(Config):
-        kind = {"nargs": "*"} if f.name == "stages" else {"type": type(f.default)}
-        if isinstance(f.default, bool):
+        kind = {"type": type(f.default), "metavar": type(f.default).__name__.upper()}
+        if get_origin(f.type) is Literal:
+            kind["metavar"] = "|".join(get_args(f.type))
+        elif isinstance(f.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
-        names = dict.fromkeys((f"--{f.name}", f"--{f.name.replace('_', '-')}"))
-        parser.add_argument(*names, **kind, help=f"{helps[f.name]} [{f.default}]".replace("%", "%%"))
+        elif isinstance(f.default, tuple):
+            kind = {"nargs": "*", "metavar": "STAGE"}
+        names = dict.fromkeys((f"--{f.name.replace('_', '-')}", f"--{f.name}"))
+        default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+        parser.add_argument(*names, **kind, help=f"{helps[f.name]} [{default}]".replace("%", "%%"))
+    options = list(parser._option_string_actions)
+    for word in (w.partition("=")[0] for w in argv):
+        if word.startswith("--") and word not in options:
+            near = difflib.get_close_matches(word, options, 1)
+            parser.error(f"there is no field {word}: " + (f"did you mean {near[0]}?" if near else "see --help"))
     given = vars(parser.parse_args(argv))
     if "stages" in given:
         given["stages"] = tuple(given["stages"])
     command, target = given.pop("command"), given.pop("target")
+    if command not in COMMANDS:
+        parser.error(f"there is no command {command!r}: choose one of {', '.join(COMMANDS)}")
     if (target is None) == (command in ("eval", "chat")):
-        problem = "needs a run folder or model" if target is None else f"takes no {target!r}"
-        parser.error(f"{command} {problem}")
+        parser.error(f"{command} takes " + ("a run folder or model" if target is None else f"no {target!r}"))
     return command, target, given.pop("resume"), given
 
 

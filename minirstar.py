@@ -358,7 +358,7 @@ def tool_response(result: ToolResult, max_chars: int, show_seconds: bool) -> str
     out, err = result.stdout.strip(), result.stderr.strip()
     if len(out) > max_chars:
         half = max_chars // 2
-        out = f"{out[:half]}\n... {len(out) - 2 * half} characters cut ...\n{out[-half:]}"
+        out = f"{out[:half]}\n... {len(out) - 2 * half} characters cut ...\n{out[len(out) - half:]}"
     if len(err) > max_chars:  # a traceback says most at its end: keep whole lines of that
         err = err[-max_chars:].partition("\n")[2] or err[-max_chars:]
     lines += [f"{name}: {text}" for name, text in (("stdout", out), ("stderr", err)) if text]
@@ -385,7 +385,8 @@ class Chat:
         self.tool_tail = self.encode(after + "<reason>")
 
     def encode(self, text: str, outside: bool = False) -> list[int]:
-        """Token ids; text from `outside` is never read as special tokens."""
+        """Token ids; text from `outside` is never read as special tokens. Lone surrogates become "?"."""
+        text = text.encode("utf-8", "replace").decode()
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=outside)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -442,16 +443,16 @@ def append_completion(rollout: Rollout, completion: Completion, chat: Chat) -> l
     if not calls:
         rollout.stop_reason = "answer"
     elif len(rollout.turns) == rollout.max_turns:
-        rollout.stop_reason = "turns"  # nobody would read the results: the calls are not run
+        calls, rollout.stop_reason = [], "turns"  # nobody would read the results: the calls are not run
     else:
         rollout.calls, rollout.awaits_tools = rollout.calls + calls, True
     return [call for call in calls if call.request]
 
 def append_tool_results(rollout: Rollout, results: Sequence[ToolResult], chat: Chat) -> None:
     """Append the turn's tool responses: `results` for pending calls in order, parse errors for the rest."""
-    pending = [call for call in rollout.calls if call.result is None]
-    assert rollout.awaits_tools and len(results) == len(pending), f"{len(results)} of {len(pending)} results"
-    for call, result in zip(pending, results):
+    due = [call for call in rollout.calls if call.result is None]
+    assert rollout.awaits_tools and len(results) == len(due), f"{len(results)} results for {len(due)} calls"
+    for call, result in zip(due, results):
         call.result = result
     current = [call.result for call in rollout.calls if call.turn == len(rollout.turns)]
     extend(rollout, chat.tool_turn(current))
