@@ -15,6 +15,7 @@ from typing import Literal, get_args, get_origin
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 import toy
 from minirstar import (Chat, Config, GenerationRequest, LocalEngine, Problem, Rollout, Run, Sandbox,
@@ -60,7 +61,7 @@ def load_problems(cfg: Config, held_out: bool) -> list[Problem]:
     return problems[:cfg.eval_problems or None] if held_out else problems
 
 
-def open_run(cfg: Config, resume: bool) -> tuple[Config, Path]:
+def run_folder(cfg: Config, resume: bool) -> tuple[Config, Path]:
     """The run's folder, new or, to resume, checked against its config. Nothing is overwritten."""
     cfg = replace(cfg, name=cfg.name or free_name(Path(cfg.model).name))
     folder = Path("runs", cfg.name)
@@ -72,8 +73,6 @@ def open_run(cfg: Config, resume: bool) -> tuple[Config, Path]:
                             f"or start a new run from its weights with --model {folder}/checkpoint")
     elif folder.exists():
         raise UserError(f"{folder} exists: go on with it by --resume, or choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
     return cfg, folder
 
 
@@ -101,6 +100,7 @@ PANELS = (("eval/pass@1", "held-out pass@1"),
 def plot_curves(runs: dict[str, list[list[dict]]], path: Path, title: str) -> None:
     """Training curves: label -> metric rows of each seed's run. Thin lines are seeds, thick ones the mean."""
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 7), layout="constrained")
     for (key, panel), axis in zip(PANELS, figure.subplots(2, 2).flat):
         for i, (name, seeds) in enumerate(runs.items()):
@@ -112,7 +112,7 @@ def plot_curves(runs: dict[str, list[list[dict]]], path: Path, title: str) -> No
             mean = [float(np.mean([line[step] for line in lines])) for step in steps]
             label = f"{name} ({len(lines)} seed{'s' * (len(lines) > 1)})"
             axis.plot(steps, mean, color=f"C{i}", lw=2.2, label=label)
-        axis.set(xlabel="RL step", title=panel)
+        axis.set(xlabel="RL step", ylabel=panel)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(title)
@@ -120,13 +120,14 @@ def plot_curves(runs: dict[str, list[list[dict]]], path: Path, title: str) -> No
 
 
 def train(cfg: Config, resume: bool = False) -> Path:
-    """One run, new or resumed; returns its folder.
-
-    Whatever can fail for the user's mistake fails before the folder is made.
-    """
+    """One run, new or resumed; returns its folder, which is made once the data and the model are loaded."""
+    cfg, folder = run_folder(cfg, resume)
+    print(f"{folder}: {cfg.algo}, seed {cfg.seed}; loading {cfg.dataset} and {cfg.model}", flush=True)
     problems, held_out = load_problems(cfg, held_out=False), load_problems(cfg, held_out=True)
-    cfg, folder = open_run(cfg, resume)
-    if not Run(cfg, folder, problems, held_out, resume).train():
+    model, tokenizer = load_model(cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+    if not Run(cfg, folder, model, tokenizer, problems, held_out, resume).train():
         raise UserError(f"stopped and saved; to go on, repeat the command with --name {cfg.name} --resume")
     plot_curves({cfg.algo: [read_rows(folder / "metrics.jsonl")]}, folder / "curves.png",
                 f"{cfg.name}: {cfg.algo}, seed {cfg.seed}")
@@ -261,7 +262,8 @@ def parse_args(argv: Sequence[str]) -> tuple[str, str | None, bool, dict]:
     for word in (w.partition("=")[0] for w in argv):
         if word.startswith("--") and word not in options:
             near = difflib.get_close_matches(word, options, 1)
-            parser.error(f"there is no field {word}: " + (f"did you mean {near[0]}?" if near else "see --help"))
+            hint = f"did you mean {near[0]}?" if near else "see --help"
+            parser.error(f"there is no field {word}: {hint}")
     given = vars(parser.parse_args(argv))
     if "stages" in given:
         given["stages"] = tuple(given["stages"])
@@ -270,12 +272,15 @@ def parse_args(argv: Sequence[str]) -> tuple[str, str | None, bool, dict]:
         parser.error(f"there is no command {command!r}: choose one of {', '.join(COMMANDS)}")
     if (target is None) == (command in ("eval", "chat")):
         parser.error(f"{command} takes " + ("a run folder or model" if target is None else f"no {target!r}"))
+    if given["resume"] and not given.get("name"):
+        parser.error("--resume needs --name NAME, the run to go on with")
     return command, target, given.pop("resume"), given
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. A user's mistake, a full disk or a lost sandbox ends in one line, not in a traceback."""
     command, target, resume, given = parse_args(sys.argv[1:] if argv is None else argv)
+    disable_progress_bar()  # transformers' own, one for every checkpoint
     try:
         if command in ("eval", "chat"):
             {"eval": evaluate_command, "chat": chat_command}[command](target, given)

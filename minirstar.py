@@ -946,11 +946,10 @@ def sandbox_for(cfg: Config) -> LocalSandbox:
 
 class Run:
     """One training run in `folder`: its parts, the state that a checkpoint holds, and its loop."""
-    def __init__(self, cfg: Config, folder: Path, problems: list[Problem], held_out: list[Problem],
-                 resume: bool = False):
+    def __init__(self, cfg: Config, folder: Path, model, tokenizer, problems: list[Problem],
+                 held_out: list[Problem], resume: bool = False):
         self.cfg, self.folder, self.stop = cfg, folder, False  # Ctrl-C sets stop
         self.problems, self.held_out = problems, held_out
-        model, tokenizer = load_model(cfg)
         self.chat, self.policy = Chat(tokenizer, cfg), LocalPolicy(model, cfg)
         self.engine, self.rng = LocalEngine(model, self.chat, cfg), np.random.default_rng([cfg.seed, 3])
         self.schedule = [stage for stage in map(parse_stage, cfg.stages) for _ in range(stage.steps)]
@@ -1066,7 +1065,7 @@ class Run:
     def log(self, m: dict[str, float]) -> None:
         """A line in metrics.jsonl, and one on the screen that leads with what matters."""
         write_rows(self.folder / "metrics.jsonl", [{"step": self.state["step"]} | m])
-        line = f"step {self.state['step']:>3}/{len(self.schedule)}"
+        line = f"{Path(self.cfg.name).name}  step {self.state['step']:>3}/{len(self.schedule)}"
         if "reward/mean" in m:
             line += (f"  reward {m['reward/mean']:.2f}  errors in correct {m['tools/error_rate_correct']:.3f}"
                      f"  tokens {m['rollout/tokens_correct']:.0f}  entropy {m['policy/entropy']:.2f}"
