@@ -61,19 +61,24 @@ def load_problems(cfg: Config, held_out: bool) -> list[Problem]:
     return problems[:cfg.eval_problems or None] if held_out else problems
 
 
-def run_folder(cfg: Config, resume: bool) -> tuple[Config, Path]:
-    """The run's folder, new or, to resume, checked against its config. Nothing is overwritten."""
-    cfg = replace(cfg, name=cfg.name or free_name(Path(cfg.model).name))
+def run_folder(cfg: Config, resume: bool, prefix: str) -> tuple[Config, Path]:
+    """cfg with a name, and its folder: not there yet or, to resume, made with the same settings."""
+    cfg = replace(cfg, name=cfg.name or free_name(prefix))
     folder = Path("runs", cfg.name)
     if resume:
         old = read_config(folder)
         if changed := [f"{f.name}={getattr(old, f.name)!r}" for f in fields(cfg)
                        if getattr(old, f.name) != getattr(cfg, f.name)]:
-            raise UserError(f"{folder} was made with {', '.join(changed)}: resume it with the same settings, "
+            raise UserError(f"{folder} was made with {', '.join(changed)}: resume it without other settings, "
                             f"or start a new run from its weights with --model {folder}/checkpoint")
     elif folder.exists():
         raise UserError(f"{folder} exists: go on with it by --resume, or choose another --name")
     return cfg, folder
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
 
 
 def read_config(folder: Path) -> Config:
@@ -121,14 +126,13 @@ def plot_curves(runs: dict[str, list[list[dict]]], path: Path, title: str) -> No
 
 def train(cfg: Config, resume: bool = False) -> Path:
     """One run, new or resumed; returns its folder, which is made once the data and the model are loaded."""
-    cfg, folder = run_folder(cfg, resume)
+    cfg, folder = run_folder(cfg, resume, Path(cfg.model).name)
     print(f"{folder}: {cfg.algo}, seed {cfg.seed}; loading {cfg.dataset} and {cfg.model}", flush=True)
     problems, held_out = load_problems(cfg, held_out=False), load_problems(cfg, held_out=True)
     model, tokenizer = load_model(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(asdict(cfg), indent=1))
+    write_config(cfg, folder)
     if not Run(cfg, folder, model, tokenizer, problems, held_out, resume).train():
-        raise UserError(f"stopped and saved; to go on, repeat the command with --name {cfg.name} --resume")
+        raise UserError(f"stopped and saved; to go on: python minirstar.py --resume --name {cfg.name}")
     plot_curves({cfg.algo: [read_rows(folder / "metrics.jsonl")]}, folder / "curves.png",
                 f"{cfg.name}: {cfg.algo}, seed {cfg.seed}")
     return folder
@@ -136,19 +140,19 @@ def train(cfg: Config, resume: bool = False) -> Path:
 
 def compare(cfg: Config, resume: bool = False) -> Path:
     """roc, grpo and uniform from one cold start, over cfg.seeds seeds: a table, compare.json, compare.png."""
-    name = cfg.name or free_name("compare")
-    cold = replace(cfg, name=f"{name}/cold_start", stages=())
+    cfg, folder = run_folder(cfg, resume, "compare")
+    write_config(cfg, folder)
+    cold = replace(cfg, name=f"{cfg.name}/cold_start", stages=())
     train_once(cold, resume, threads=os.cpu_count() or 1)
     model = str(Path("runs", cold.name, "checkpoint"))
     seeds = [cfg.seed + i for i in range(cfg.seeds)]
-    runs = [replace(cfg, algo=algo, seed=seed, name=f"{name}/{algo}-seed{seed}", sft_steps=0, model=model)
+    runs = [replace(cfg, algo=algo, seed=seed, name=f"{cfg.name}/{algo}-seed{seed}", sft_steps=0, model=model)
             for seed in seeds for algo in ALGORITHMS]
     threads = max(1, (os.cpu_count() or 1) // cfg.jobs)
     with ProcessPoolExecutor(cfg.jobs, mp_context=get_context("spawn")) as pool:
         list(pool.map(train_once, runs, [resume] * len(runs), [threads] * len(runs)))
     rows = {algo: [read_rows(Path("runs", run.name, "metrics.jsonl")) for run in runs if run.algo == algo]
             for algo in ALGORITHMS}
-    folder = Path("runs", name)
     labels = {key: label for key, label in PANELS if key.startswith("eval/")}
     last = {algo: {key: [seed[-1][key] for seed in rows[algo]] for key in labels} for algo in ALGORITHMS}
     (folder / "compare.json").write_text(json.dumps({"seeds": seeds, **last}, indent=1))
@@ -285,7 +289,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command in ("eval", "chat"):
             {"eval": evaluate_command, "chat": chat_command}[command](target, given)
         else:
-            cfg = replace(Config() if given.get("model", "toy") == "toy" else one_gpu(), **given)
+            if resume:
+                base = read_config(Path("runs", given["name"]))
+            else:
+                base = Config() if given.get("model", "toy") == "toy" else one_gpu()
+            cfg = replace(base, **given)
             print(f"done: {({'train': train, 'compare': compare}[command])(cfg, resume)}")
     except (UserError, SandboxUnavailable, OSError) as error:
         sys.exit(f"minirstar: {error}")

@@ -24,7 +24,6 @@ ANSWER = "done</reason><answer>\\boxed{%s}</answer>"
 def tiny_config(**changes) -> Config:
     """A run of seconds."""
     tiny = dict(  # noqa: C408
-        
         device="cpu",
         problems_per_step=2,
         group_size=2,

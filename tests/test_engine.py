@@ -1,5 +1,6 @@
 """What LocalEngine guarantees, and that it samples from the policy that is trained."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -43,13 +44,12 @@ def test_completions_stop_at_the_stop_token_or_at_the_limit(engine, chat):
     assert reasons == {"stop", "length"}
 
 
-def test_any_token_can_be_the_stop_token(engine, chat):
-    first = engine.generate(requests(chat))[0].tokens
-    stop = first[2]
-    again = seeded(engine.model, chat).generate(
-        [GenerationRequest(r.rollout_id, r.tokens, r.max_tokens, stop) for r in requests(chat)]
-    )[0]
-    assert again.tokens == first[: first.index(stop) + 1] and again.finish_reason == "stop"
+def test_any_token_can_be_the_stop_token(model, chat):
+    (request,) = requests(chat, prompts=PROMPTS[:1])
+    (first,) = seeded(model, chat).generate([request])
+    stop = first.tokens[2]
+    (again,) = seeded(model, chat).generate([dataclasses.replace(request, stop_token=stop)])
+    assert again.tokens == first.tokens[: first.tokens.index(stop) + 1] and again.finish_reason == "stop"
 
 
 def test_results_are_in_the_order_of_requests(model, chat):

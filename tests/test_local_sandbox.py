@@ -69,10 +69,18 @@ def survivors(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("field, value", [
-    ("workers", 0), ("workers", 5000), ("timeout", 0), ("timeout", float("nan")), ("memory_mb", 1),
-    ("output_bytes", 0), ("processes", 0),
-])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("workers", 0),
+        ("workers", 5000),
+        ("timeout", 0),
+        ("timeout", float("nan")),
+        ("memory_mb", 1),
+        ("output_bytes", 0),
+        ("processes", 0),
+    ],
+)
 def test_bad_values_are_refused_by_name_and_range(field, value):
     with pytest.raises(ValueError, match=rf"{field} is {value!r}: must be from .* to "):
         LocalSandbox(**{field: value})
@@ -90,8 +98,9 @@ def test_run_code_in_this_process():
     assert "sandbox.py" not in err.getvalue()
 
 
-@pytest.mark.parametrize("code", [
-    "print(1)", "1 / 0", "x = = 1", "def f(): g()\nf()", "'a'", "raise SystemExit('why')"])
+@pytest.mark.parametrize(
+    "code", ["print(1)", "1 / 0", "x = = 1", "def f(): g()\nf()", "'a'", "raise SystemExit('why')"]
+)
 def test_run_code_gives_what_the_sandbox_gives(sandbox, code):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -110,8 +119,10 @@ def test_nothing_outside_can_be_written(sandbox, path):
 @linux
 def test_tmp_is_private_small_and_the_home(sandbox):
     with tempfile.NamedTemporaryFile(dir="/tmp") as ours:
-        code = ("import os; open('/tmp/a', 'w').write('b')\n"
-                "print(os.listdir('/tmp'), os.path.expanduser('~') == os.getcwd())")
+        code = (
+            "import os; open('/tmp/a', 'w').write('b')\n"
+            "print(os.listdir('/tmp'), os.path.expanduser('~') == os.getcwd())"
+        )
         assert result(sandbox, code).stdout == "['a'] True\n"
         assert os.path.exists(ours.name)
     code = "for i in range(9):\n    with open(str(i), 'wb') as f: f.write(bytes(32 << 20))"
@@ -132,22 +143,34 @@ def test_home_and_run_are_hidden(sandbox):
 def test_other_processes_cannot_be_seen_or_killed(sandbox):
     code = "import os; print(os.getpid(), [p for p in os.listdir('/proc') if p.isdigit()], os.getppid())"
     assert result(sandbox, code).stdout == "1 ['1'] 0\n"
-    results = sandbox.run([ToolRequest("import os\ntry: os.kill(-1, 9)\nexcept ProcessLookupError: pass"),
-                           ToolRequest("import time; time.sleep(0.5); print('alive')"),
-                           ToolRequest("import os; os.kill(os.getppid(), 9)"),
-                           ToolRequest("import os; os.killpg(0, 15)")])
+    results = sandbox.run(
+        [
+            ToolRequest("import os\ntry: os.kill(-1, 9)\nexcept ProcessLookupError: pass"),
+            ToolRequest("import time; time.sleep(0.5); print('alive')"),
+            ToolRequest("import os; os.kill(os.getppid(), 9)"),
+            ToolRequest("import os; os.killpg(0, 15)"),
+        ]
+    )
     assert [r.status for r in results][:2] == ["ok", "ok"] and results[1].stdout == "alive\n"
     assert result(sandbox, "1").status is ToolStatus.ok
 
 
 @linux
 def test_no_privileges(sandbox):
-    status = dict(line.split(":\t", 1) for line in result(sandbox, "print(open('/proc/self/status').read())")
-                  .stdout.splitlines() if ":\t" in line)
+    status = dict(
+        line.split(":\t", 1)
+        for line in result(sandbox, "print(open('/proc/self/status').read())").stdout.splitlines()
+        if ":\t" in line
+    )
     assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0 and status["NoNewPrivs"] == "1"
     assert "0" not in status["Uid"].split()
-    for code in ("import os; os.setuid(0)", "import os; os.mknod('x', 0o60600, 2049)", "open('/etc/shadow')",
-                 "import os; os.chroot('/tmp')", "open('/proc/sys/kernel/hostname', 'w').write('x')"):
+    for code in (
+        "import os; os.setuid(0)",
+        "import os; os.mknod('x', 0o60600, 2049)",
+        "open('/etc/shadow')",
+        "import os; os.chroot('/tmp')",
+        "open('/proc/sys/kernel/hostname', 'w').write('x')",
+    ):
         assert result(sandbox, code).status is ToolStatus.error, code
     mount = "import ctypes; print(ctypes.CDLL(None).mount(b'none', b'/', None, 0x1020, None))"  # as writable
     assert result(sandbox, mount).stdout == "-1\n"
@@ -155,8 +178,10 @@ def test_no_privileges(sandbox):
 
 @linux
 def test_no_user_namespace_reopens_the_file_system(sandbox):
-    code = ("import ctypes, os\nc = ctypes.CDLL(None)\nprint(c.unshare(0x10020000))\n"
-            "print(c.mount(b'none', b'/', None, 0x1020, None))\nopen('/usr/written-by-sandbox', 'w')")
+    code = (
+        "import ctypes, os\nc = ctypes.CDLL(None)\nprint(c.unshare(0x10020000))\n"
+        "print(c.mount(b'none', b'/', None, 0x1020, None))\nopen('/usr/written-by-sandbox', 'w')"
+    )
     ended = result(sandbox, code)
     assert ended.stdout.splitlines()[-1] == "-1" and ended.status is ToolStatus.error
 
@@ -164,6 +189,7 @@ def test_no_user_namespace_reopens_the_file_system(sandbox):
 @linux
 def test_no_network(sandbox):
     import socket
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = f"import socket; socket.create_connection(('127.0.0.1', {port}), timeout=1)"
@@ -176,10 +202,13 @@ def test_no_network(sandbox):
 
 
 @linux
-@pytest.mark.parametrize("code", [
-    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "import os, time\nfor i in range(200):\n    if os.fork() == 0: os.setsid(); time.sleep(60)",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import os, time\nfor i in range(200):\n    if os.fork() == 0: os.setsid(); time.sleep(60)",
+    ],
+)
 def test_fork_bomb_is_bounded_and_does_not_disturb_others(sandbox, code):
     other = ToolRequest("import subprocess; subprocess.run('true')")
     bomb, *others = sandbox.run([ToolRequest(code), other, other, other])
@@ -187,13 +216,16 @@ def test_fork_bomb_is_bounded_and_does_not_disturb_others(sandbox, code):
     assert [r.status for r in others] == ["ok"] * 3
 
 
-@pytest.mark.parametrize("code", [
-    "import subprocess\nsubprocess.Popen(['sleep', '{mark}'])",
-    "import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)",
-    "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
-    "        os.execvp('sleep', ['sleep', '{mark}'])\n    os._exit(0)\nos.wait()",
-    "import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)\nwhile True: pass",
-])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import subprocess\nsubprocess.Popen(['sleep', '{mark}'])",
+        "import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)",
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        os.execvp('sleep', ['sleep', '{mark}'])\n    os._exit(0)\nos.wait()",
+        "import subprocess\nsubprocess.Popen(['sleep', '{mark}'], start_new_session=True)\nwhile True: pass",
+    ],
+)
 def test_no_process_outlives_its_call(either, code):
     mark = str(1_000_000 + os.getpid() + abs(hash(code)) % 1_000_000)
     assert result(either, code.replace("{mark}", mark)).status in ("ok", "timeout")
@@ -201,9 +233,14 @@ def test_no_process_outlives_its_call(either, code):
 
 
 def test_fallback_has_the_limits(either):
-    codes = {"while True: pass": "timeout", "x = bytearray(1 << 30)": "memory",
-             "print('a' * (1 << 21))": "output_limit", "1 / 0": "error", "print(1)": "ok",
-             "import os; os._exit(4)": "error"}
+    codes = {
+        "while True: pass": "timeout",
+        "x = bytearray(1 << 30)": "memory",
+        "print('a' * (1 << 21))": "output_limit",
+        "1 / 0": "error",
+        "print(1)": "ok",
+        "import os; os._exit(4)": "error",
+    }
     assert [r.status for r in either.run([ToolRequest(code) for code in codes])] == list(codes.values())
     assert result(either, "x = 1", kind="jupyter", session="a").status == "ok"
     assert result(either, "x", kind="jupyter", session="a").stdout == "1\n"
@@ -286,14 +323,16 @@ def test_close_leaves_no_process_and_no_descriptor():
 def test_nothing_outlives_a_killed_parent(isolate, tmp_path):
     if isolate and sys.platform != "linux":
         pytest.skip("namespaces are Linux's")
-    program = (f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-               "from minirstar import LocalSandbox, ToolRequest\n"
-               f"sandbox = LocalSandbox(workers=4, timeout=60, isolate={isolate})\n"
-               "sandbox.run([ToolRequest('x = 1', kind='jupyter', session='a')])\n"
-               "print('ready', flush=True)\n"
-               "code = 'import subprocess; open(\"a\", \"w\"); subprocess.run([\"sleep\", \"61\"])'\n"
-               "sandbox.run([ToolRequest(code)] * 3"
-               " + [ToolRequest('while True: pass')])\n")
+    program = (
+        f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from minirstar import LocalSandbox, ToolRequest\n"
+        f"sandbox = LocalSandbox(workers=4, timeout=60, isolate={isolate})\n"
+        "sandbox.run([ToolRequest('x = 1', kind='jupyter', session='a')])\n"
+        "print('ready', flush=True)\n"
+        'code = \'import subprocess; open("a", "w"); subprocess.run(["sleep", "61"])\'\n'
+        "sandbox.run([ToolRequest(code)] * 3"
+        " + [ToolRequest('while True: pass')])\n"
+    )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout.readline() == b"ready\n"
@@ -309,8 +348,16 @@ def test_from_many_threads(sandbox):
     totals = []
 
     def work(i):
-        totals.extend(r.stdout for r in sandbox.run([ToolRequest(f"print({i})"), ToolRequest(
-            "n = globals().get('n', 0) + 1", kind="jupyter", session="shared")]))
+        totals.extend(
+            r.stdout
+            for r in sandbox.run(
+                [
+                    ToolRequest(f"print({i})"),
+                    ToolRequest("n = globals().get('n', 0) + 1", kind="jupyter", session="shared"),
+                ]
+            )
+        )
+
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
@@ -320,12 +367,16 @@ def test_from_many_threads(sandbox):
 
 
 HOSTILE = [
-    "import os; os.write(3, b'0')", "import os; os.closerange(0, 99)",
+    "import os; os.write(3, b'0')",
+    "import os; os.closerange(0, 99)",
     "import os; os.closerange(0, 99); 1 / 0",
     "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'0')\n    except OSError: pass\n1 / 0",
-    "import os; os.dup2(1, 0); os.dup2(0, 2)", "import os; os.kill(1, 9); os.kill(1, 19)",
-    "import sys; sys.stdout.close()", "import sys; sys.stdout = None; print(1)",
-    "import sys; sys.stderr.close(); 1 / 0", "import sys; sys.modules.clear()",
+    "import os; os.dup2(1, 0); os.dup2(0, 2)",
+    "import os; os.kill(1, 9); os.kill(1, 19)",
+    "import sys; sys.stdout.close()",
+    "import sys; sys.stdout = None; print(1)",
+    "import sys; sys.stderr.close(); 1 / 0",
+    "import sys; sys.modules.clear()",
     "__builtins__.clear() if isinstance(__builtins__, dict) else 0",
     "import resource; resource.setrlimit(resource.RLIMIT_AS, (1, 1)); 'a' * 9999999",
     "import sys; sys.setrecursionlimit(1 << 30)\ndef f(): f()\nf()",
@@ -343,8 +394,10 @@ def test_hostile_code_gives_a_result_and_harms_nobody(sandbox, code, kind):
 
 
 def test_a_failing_call_cannot_print_itself_ok(sandbox):
-    code = ("import os\nfor fd in range(99):\n    try: os.write(fd, b'[\"ok\", \"\", \"\", 0, true]\\n0')\n"
-            "    except OSError: pass\n1 / 0")
+    code = (
+        'import os\nfor fd in range(99):\n    try: os.write(fd, b\'["ok", "", "", 0, true]\\n0\')\n'
+        "    except OSError: pass\n1 / 0"
+    )
     assert result(sandbox, code).status is ToolStatus.error
 
 

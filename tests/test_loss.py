@@ -67,7 +67,13 @@ def random_case(seed: int, rows: int = 5, columns: int = 9, spread: float = 0.5)
 )
 def test_loss_is_the_references(seed, dual_clip, tis_cap, clip):
     logprobs, old, adv, mask, sampler = random_case(seed, spread=1.0)
-    options = {"denom": 17, "clip_low": clip[0], "clip_high": clip[1], "dual_clip": dual_clip, "tis_cap": tis_cap}
+    options = {
+        "denom": 17,
+        "clip_low": clip[0],
+        "clip_high": clip[1],
+        "dual_clip": dual_clip,
+        "tis_cap": tis_cap,
+    }
     loss, _ = grpo_loss(logprobs, old, adv, mask, sampler_logprobs=sampler, **options)
     lists = [x.tolist() for x in (logprobs, old, adv, mask)]
     assert float(loss) == pytest.approx(
@@ -189,37 +195,49 @@ def test_loss_does_not_depend_on_integer_or_bool_mask():
     )
 
 
-def wide_reference(hidden, weight, targets, temperature, by_logprob, by_entropy):
-    """Values, and gradients of sum(by_logprob * logprobs + by_entropy * entropy), a few rows at a time in float64."""
-    hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
-    values = []
-    for rows in torch.arange(len(targets)).split(100):
-        logits = hidden[rows] @ weight.T / temperature[rows, None].double()
-        logprobs = logits.log_softmax(-1)
-        entropy = -torch.special.xlogy(logprobs.exp(), logprobs.exp()).sum(-1)
-        picked = logprobs.gather(1, targets[rows, None])[:, 0]
-        ((picked * by_logprob[rows]).sum() + (entropy * by_entropy[rows]).sum()).backward()
-        values.append((picked.detach(), entropy.detach()))
-    return [torch.cat(x) for x in zip(*values)], hidden.grad, weight.grad
-
-
-@pytest.mark.parametrize("rows, vocabulary", [(7, 11), (70, 2**20)], ids=["one chunk", "two chunks"])
-def test_logprobs_and_entropy_are_those_of_float64(rows, vocabulary):
+def random_head(rows: int, vocabulary: int):
     make = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(rows, 3, generator=make), torch.randn(vocabulary, 3, generator=make)
-    targets = torch.randint(vocabulary, (rows,), generator=make)
-    temperature = 0.5 + torch.rand(rows, generator=make)
-    by_logprob, by_entropy = torch.randn(2, rows, generator=make)
-    values, by_hidden, by_weight = wide_reference(
-        hidden, weight, targets, temperature, by_logprob, by_entropy
+    targets, temperature = (
+        torch.randint(vocabulary, (rows,), generator=make),
+        torch.rand(rows, generator=make),
     )
+    return hidden, weight, targets, temperature + 0.5, torch.randn(2, rows, generator=make)
+
+
+def weighted_sum(values, by) -> torch.Tensor:
+    return sum((value * some).sum() for value, some in zip(values, by))
+
+
+def test_logprobs_and_entropy_are_those_of_float64():
+    hidden, weight, targets, temperature, by = random_head(7, 11)
+    exact = [x.double().requires_grad_() for x in (hidden, weight)]
+    logprobs = (exact[0] @ exact[1].T / temperature[:, None].double()).log_softmax(-1)
+    expected = logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+    weighted_sum(expected, by).backward()
+    got = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, temperature)
+    weighted_sum(got, by).backward()
+    assert {x.dtype for x in got} == {torch.float32}
+    for one, other in zip((*got, hidden.grad, weight.grad), (*expected, exact[0].grad, exact[1].grad)):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_of_tokens_give_what_each_alone_gives():
+    rows, vocabulary = 70, 2**20  # 64 rows make a chunk
+    hidden, weight, targets, temperature, by = random_head(rows, vocabulary)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature)
-    ((logprobs * by_logprob).sum() + (entropy * by_entropy).sum()).backward()
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    for got, expected in zip((logprobs, entropy, hidden.grad, weight.grad), (*values, by_hidden, by_weight)):
-        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=2e-4 if rows > 7 else 1e-5)
+    whole = token_logprobs(hidden, weight, targets, temperature)
+    whole_gradients = torch.autograd.grad(weighted_sum(whole, by), [hidden, weight])
+    parts, gradients = [], []
+    for part in torch.arange(rows).split(35):
+        values = token_logprobs(hidden[part], weight, targets[part], temperature[part])
+        gradients.append(torch.autograd.grad(weighted_sum(values, by[:, part]), [hidden, weight]))
+        parts.append([value.detach() for value in values])
+    for got, expected in zip(whole, map(torch.cat, zip(*parts))):
+        torch.testing.assert_close(got.detach(), expected)
+    for got, *expected in zip(whole_gradients, *gradients):
+        torch.testing.assert_close(got, sum(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_temperature_may_be_a_number_or_one_for_each_token():

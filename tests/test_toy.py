@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -78,7 +79,6 @@ def test_split_is_disjoint_and_one_in_eight():
     train, held_out = (toy.questions(np.random.default_rng(side), 1500, side) for side in (False, True))
     assert not {q["prompt"] for q in train} & {q["prompt"] for q in held_out}
     assert len({q["prompt"] for q in train}) == len({q["id"] for q in train}) == 1500
-    import zlib
 
     rng, n = np.random.default_rng(0), 4000
     prompts = [toy.question(rng, held_out=False)["prompt"] for _ in range(n)]
@@ -163,6 +163,13 @@ def test_demonstrated_results_are_the_sandboxs(sandbox):
         assert (shown.status, shown.stdout, shown.stderr) == (real.status, real.stdout, real.stderr), code
 
 
+def test_every_bug_makes_its_call_fail():
+    rng = np.random.default_rng(8)
+    for _ in range(600):
+        _, turns, results = toy.demonstration(rng, NONE | {"buggy": 1.0})
+        assert results[0].status == "error", turns[0]
+
+
 def test_demonstrations_are_rollouts(chat):
     cfg = tiny_config(tool_output_chars=48)
     for seed in range(60):
@@ -210,7 +217,10 @@ def used_wrong(q, code: str) -> bool:
     [
         ({"guess": 0.15}, lambda q, turns, results: not results),
         ({"buggy": 0.3}, lambda q, turns, results: results[0].status != "ok"),
-        ({"buggy": 1.0, "buggy_retry": 0.3}, lambda q, turns, results: len(results) > 1 and results[1].status != "ok"),
+        (
+            {"buggy": 1.0, "buggy_retry": 0.3},
+            lambda q, turns, results: len(results) > 1 and results[1].status != "ok",
+        ),
         ({"wrong": 0.4}, lambda q, turns, results: None if q["hard"] else q["wrong"] in turns[0]),
         ({"wrong_hard": 0.65}, lambda q, turns, results: q["wrong"] in turns[0] if q["hard"] else None),
         ({"buggy": 1.0, "wrong_after_error": 0.25}, lambda q, turns, results: q["wrong"] in turns[1]),

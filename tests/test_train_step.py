@@ -69,7 +69,7 @@ class Recorder:
 def made(
     i: int, group: int, reward: float, penalty: float = 0.0, length: int = 6, stop: str = "answer"
 ) -> Rollout:
-    """A graded rollout of 3 prompt tokens, 2 sampled ones, one tool token, and sampled ones; its tokens name it."""
+    """A graded rollout: 3 prompt tokens, 2 sampled, 1 of a tool, the rest sampled. Its tokens name it."""
     mask = [0, 0, 0, 1, 1, 0, *[1] * (length - 3)]
     return Rollout(
         f"r/{i}",
