@@ -21,7 +21,7 @@ import toy
 from minirstar import (Chat, Config, GenerationRequest, LocalEngine, Problem, Rollout, Run, Sandbox,
                        SandboxUnavailable, UserError, append_completion, append_tool_results, collect,
                        evaluate, final_answer, first_line, load_model, one_gpu, parse_stage, read_rows,
-                       same_integer, sandbox_for, start)
+                       reward_function, same_integer, sandbox_for, start)
 from minirstar import __doc__ as METHOD
 from minirstar import __file__ as SOURCE
 
@@ -128,6 +128,7 @@ def train(cfg: Config, resume: bool = False) -> Path:
     """One run, new or resumed; returns its folder, which is made once the data and the model are loaded."""
     cfg, folder = run_folder(cfg, resume, Path(cfg.model).name)
     print(f"{folder}: {cfg.algo}, seed {cfg.seed}; loading {cfg.dataset} and {cfg.model}", flush=True)
+    reward_function(cfg)  # a bad name fails now, not after the cold start
     problems, held_out = load_problems(cfg, held_out=False), load_problems(cfg, held_out=True)
     model, tokenizer = load_model(cfg)
     write_config(cfg, folder)
@@ -158,8 +159,8 @@ def compare(cfg: Config, resume: bool = False) -> Path:
     (folder / "compare.json").write_text(json.dumps({"seeds": seeds, **last}, indent=1))
     plot_curves(rows, folder / "compare.png", f"seeds {seeds[0]} to {seeds[-1]} from one cold start")
     for algo, columns in last.items():
-        cells = [f"{labels[key]} {np.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-                 for key, values in columns.items()]
+        numbers = {labels[key]: np.array(values, dtype=float) for key, values in columns.items()}  # null: nan
+        cells = [f"{label} {x.mean():.3f} ({x.min():.3f} to {x.max():.3f})" for label, x in numbers.items()]
         print("  | ".join([f"{algo:8}", *cells]))
     return folder
 

@@ -83,7 +83,7 @@ class Config:
     group_size: int = 8  # G: rollouts per problem that are trained on
     oversample: int = 2  # roc and uniform sample this many times G
     select: Literal["weighted", "lowest"] = "weighted"  # roc's rule for right rollouts: report's or release's
-    stages: tuple[str, ...] = ("16:144", "10:160", "6:160:unsolved")  # each STEPS:RESPONSE_TOKENS[:unsolved]
+    stages: tuple[str, ...] = ("20:144", "14:160", "6:160:unsolved")  # each STEPS:RESPONSE_TOKENS[:unsolved]
     filter_rollouts: int = 4  # an unsolved stage tries problems this many times and drops those always solved
     max_tokens: int = 160  # response tokens (tool results included) where no stage says otherwise
     max_turns: int = 5  # assistant turns in a rollout
@@ -121,10 +121,10 @@ class Config:
     tool_memory_mb: int = 512  # memory of one call beyond the interpreter's own
     tool_preload: str = ""  # modules imported at start, such as numpy,sympy: faster calls if code uses them
     # evaluation and output
-    eval_every: int = 8  # RL steps between evaluations; 0: only before and after
+    eval_every: int = 10  # RL steps between evaluations; 0: only before and after
     eval_problems: int = 800  # held-out problems (0: all)
     eval_samples: int = 1  # k: rollouts per problem; pass@1 is their mean (avg@k)
-    save_every: int = 8  # RL steps between checkpoints
+    save_every: int = 10  # RL steps between checkpoints
     log_groups: int = 2  # groups per step written to rollouts.jsonl, token by token
     seeds: int = 3  # compare: seeds of each algorithm
     jobs: int = 2  # compare: runs at once
@@ -735,7 +735,7 @@ def evaluate(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def toy_demonstration(rng: np.random.Generator, chat: Chat, cfg: Config) -> Rollout:
     """An imperfect demonstration as a rollout, made by the same three transitions as the policy's."""
-    q, turns, results = toy.demonstration(rng, cfg.demo_noise)
+    q, turns, results = toy.demonstration(rng, cfg.demo_noise, max_calls=cfg.max_turns - 1)
     problem = Problem(q["id"], q["prompt"], q["answer"])
     rollout = start(problem, chat, replace(cfg, max_tokens=10**6), f"demo/{problem.id}")
     for text, result in zip(turns, [*results, None]):
@@ -762,6 +762,8 @@ def load_model(cfg: Config):
             model = toy.build_model(tokenizer)
         else:
             tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+            if not tokenizer.encode("1"):
+                raise ValueError("it has no tokenizer files")
             model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     except (OSError, ValueError, KeyError, RuntimeError, AssertionError) as error:
         raise UserError(f"model {cfg.model!r} does not load on {device!r}: {first_line(error)}. Use a hub "
@@ -886,7 +888,7 @@ class LocalPolicy:
         for optimizer, scheduler in zip(self.optimizers, self.schedulers):
             if math.isfinite(norm):
                 optimizer.step()
-            scheduler.step()
+                scheduler.step()
             optimizer.zero_grad()
         return totals | {"grad_norm": norm, "updates": 1, "skipped": float(not math.isfinite(norm))}
 
@@ -934,10 +936,10 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 def write_rows(path: Path, rows: Sequence[dict], mode: str = "a") -> None:
-    """JSON lines; NaN, which JSON lacks, becomes null."""
+    """JSON lines; NaN and infinity, which JSON lacks, become null."""
     with path.open(mode) as file:
         for row in rows:
-            clean = {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
             file.write(json.dumps(clean) + "\n")
 
 def sandbox_for(cfg: Config) -> LocalSandbox:
@@ -1011,9 +1013,9 @@ class Run:
     def rl_step(self) -> dict[str, float]:
         """Steps 2 to 7 once: collect, train_step, load_weights; problems before, records after."""
         began, stage, state = time.perf_counter(), self.schedule[self.state["step"]], self.state
-        if stage.unsolved and (state["step"] == 0 or not self.schedule[state["step"] - 1].unsolved):
-            self.drop_solved()
         cfg = replace(self.cfg, max_tokens=stage.max_tokens)
+        if stage.unsolved and (state["step"] == 0 or not self.schedule[state["step"] - 1].unsolved):
+            self.drop_solved(cfg)
         problems, generated = self.next_problems(), self.engine.seconds
         rollouts = collect(problems, self.engine, self.sandbox, cfg, tag=f"step{state['step'] + 1}")
         collected, generated = time.perf_counter() - began, self.engine.seconds - generated
@@ -1040,12 +1042,11 @@ class Run:
                  for i in np.random.default_rng([self.cfg.seed, 4, epoch]).permutation(len(pool))]
         return [self.problems[pool[i]] for i in order[first % len(pool):][:last - first]]
 
-    def drop_solved(self) -> None:
+    def drop_solved(self, cfg: Config) -> None:
         """The last stage's filter: only problems that are not solved every time stay (report §4)."""
-        enough = 2 * self.cfg.problems_per_step * len(self.schedule[self.state["step"]:])
-        pool = self.state["pool"][:enough]
-        rollouts = collect([self.problems[i] for i in pool], self.engine, self.sandbox, self.cfg,
-                           samples=self.cfg.filter_rollouts, tag="filter")
+        pool = self.state["pool"][:2 * cfg.problems_per_step * len(self.schedule[self.state["step"]:])]
+        rollouts = collect([self.problems[i] for i in pool], self.engine, self.sandbox, cfg,
+                           samples=cfg.filter_rollouts, tag="filter")
         failed = sorted({r.group for r in rollouts if r.reward <= 0})
         print(f"last stage: {len(failed)} of {len(pool)} problems, those not always solved", flush=True)
         if failed:

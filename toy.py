@@ -95,7 +95,7 @@ def demonstration(rng, noise: dict[str, float],
         expression = q["wrong" if rng.random() < p_wrong else "right"]
         code = f"import math\nprint({expression})" if "math" in expression else f"print({expression})"
         if rng.random() < noise["buggy_retry" if failed else "buggy"]:
-            bugs = (code[:-1], code.replace("print", "prnt"), code[:-1] + "+'')")  # three exceptions
+            bugs = (code[:-1], code.replace("print", "prnt"), code + ")")
             code = bugs[rng.integers(len(bugs))]
         call = json.dumps({"name": "python_code_with_standard_io", "arguments": {"code": code}})
         thought = "fix the error" if failed else "use Python"

@@ -166,6 +166,8 @@ def test_command_line_sets_fields_of_their_type():
             "--algo",
             "grpo",
             "--resume",
+            "--name",
+            "r",
         ]
     )
     assert given == (
@@ -179,6 +181,7 @@ def test_command_line_sets_fields_of_their_type():
             "mask_truncated": True,
             "tool_seconds_shown": False,
             "algo": "grpo",
+            "name": "r",
         },
     )
     Config(**given[3])
@@ -190,7 +193,7 @@ def test_train_is_the_default_command():
 
 
 @pytest.mark.parametrize(
-    "argv", [["--no-such-field", "1"], ["fly"], ["eval"], ["train", "runs/x"], ["--lr", "fast"]]
+    "argv", [["--no-such-field", "1"], ["fly"], ["eval"], ["train", "runs/x"], ["--lr", "fast"], ["--resume"]]
 )
 def test_bad_command_line_is_refused(argv, capsys):
     with pytest.raises(SystemExit, match="2"):

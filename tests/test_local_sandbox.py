@@ -18,7 +18,7 @@ import pytest
 
 import minirstar
 import sandbox as sandbox_module
-from minirstar import LocalSandbox, ToolRequest, ToolStatus, run_code
+from sandbox import LocalSandbox, ToolRequest, ToolStatus, run_code
 
 HERE = str(Path(__file__).parent)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")

@@ -15,7 +15,8 @@ SEAM = "# ======== above: imported by scale/; below: replaced by scale/ ========
 
 def test_importing_minirstar_loads_no_scale():
     code = (
-        "import sys, minirstar, commands; heavy = {'ray', 'vllm', 'scale'} & {m.partition('.')[0] for m in sys.modules};"
+        "import sys, minirstar, commands\n"
+        "heavy = {'ray', 'vllm', 'scale'} & {name.partition('.')[0] for name in sys.modules}\n"
         "assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
