@@ -18,9 +18,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import toy
-from minirstar import (Chat, Config, GenerationRequest, LocalEngine, Problem, Rollout, Run, Sandbox,
-                       SandboxUnavailable, UserError, append_completion, append_tool_results, collect,
-                       evaluate, final_answer, first_line, load_model, one_gpu, parse_stage, read_rows,
+from minirstar import (Chat, Config, LocalEngine, Problem, Rollout, Run, Sandbox, SandboxUnavailable,
+                       UserError, append_completion, append_tool_results, collect, evaluate, final_answer,
+                       first_line, load_model, next_request, one_gpu, parse_stage, read_rows,
                        reward_function, same_integer, sandbox_for, start)
 from minirstar import __doc__ as METHOD
 from minirstar import __file__ as SOURCE
@@ -225,9 +225,7 @@ def read_line() -> str:
 def solve(rollout: Rollout, engine: LocalEngine, sandbox: Sandbox, show: Callable[[str, str], None]) -> None:
     """Drive one rollout to its end, showing every turn."""
     while rollout.stop_reason is None:
-        left = rollout.max_tokens - rollout.response_tokens
-        request = GenerationRequest(rollout.id, tuple(rollout.tokens), left, engine.chat.turn_end)
-        completion, = engine.generate([request])
+        completion, = engine.generate([next_request(rollout, engine.chat)])
         calls = append_completion(rollout, completion, engine.chat)
         show("model", "<reason>" + rollout.turns[-1].replace("\\n", "\n    "))
         if rollout.awaits_tools:

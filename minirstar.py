@@ -1,7 +1,7 @@
 """minirstar: agentic reinforcement learning with a Python tool, the method of rStar2-Agent, in one file.
 
-A language model answers a problem in turns: it reasons, writes Python, sees what the code printed, goes on,
-and answers. "Report" below is arXiv 2508.20722.
+A model solves a problem in turns: it reasons, writes Python, sees what that printed, and goes on or answers.
+"Report" is arXiv 2508.20722.
 
 The algorithm
   1. Cold start: fine-tuning on short demonstrations of the format and the tool, not of skill (report §3.3).
@@ -27,8 +27,8 @@ Commands
   python minirstar.py chat runs/toy-001   # type a problem, watch it reason, run code and answer
   python -m scale.launch one_gpu          # the same algorithm over vLLM, Triton, FSDP2 and Ray: see scale/
 
-Beside this file: sandbox.py (runs the model's code), toy.py (a toy task) and commands.py (the command line).
-scale/ replaces what stands below the seam line for a cluster and imports the rest.
+Beside it: sandbox.py (runs the model's code), toy.py (the toy task), commands.py (the command line); and
+scale/, which imports what stands above the seam line and replaces, for a cluster, what stands below.
 """
 
 import importlib
@@ -87,6 +87,7 @@ class Config:
     filter_rollouts: int = 4  # an unsolved stage tries problems this many times and drops those always solved
     max_tokens: int = 160  # response tokens (tool results included) where no stage says otherwise
     max_turns: int = 5  # assistant turns in a rollout
+    max_turn_tokens: int = 40  # tokens of one assistant turn
     temperature: float = 1.0  # of sampling, and of the log-probs trained on
     tool_output_chars: int = 48  # characters of stdout and of stderr that the model is shown
     tool_seconds_shown: bool = False  # tell the model how long a call took (then no run repeats exactly)
@@ -104,7 +105,7 @@ class Config:
     micro_batch_tokens: int = 1536  # tokens, padding included, in one forward and backward pass
     generate_rows: int = 512  # rollouts generated at once
     # cold start
-    sft_steps: int = 340  # optimizer steps of supervised fine-tuning; 0: none
+    sft_steps: int = 280  # optimizer steps of supervised fine-tuning; 0: none
     sft_batch: int = 32  # demonstrations in a step
     sft_lr: float = 3e-3  # AdamW's, for embeddings and norms (all weights where sft_muon_lr is 0)
     sft_muon_lr: float = 0.02  # Muon's, for the matrices; 0: AdamW for all
@@ -122,7 +123,7 @@ class Config:
     tool_preload: str = ""  # modules imported at start, such as numpy,sympy: faster calls if code uses them
     # evaluation and output
     eval_every: int = 10  # RL steps between evaluations; 0: only before and after
-    eval_problems: int = 800  # held-out problems (0: all)
+    eval_problems: int = 800  # held-out problems (0: all); a quarter of them during training
     eval_samples: int = 1  # k: rollouts per problem; pass@1 is their mean (avg@k)
     save_every: int = 10  # RL steps between checkpoints
     log_groups: int = 2  # groups per step written to rollouts.jsonl, token by token
@@ -131,7 +132,7 @@ class Config:
 
     def __post_init__(self):
         for f in fields(self):
-            value, low = getattr(self, f.name), LOWEST.get(f.name, 0)
+            value, low = getattr(self, f.name), LOWEST.get(f.name, int(f.type is int))
             high = 1 if f.name.startswith("demo_") else math.inf
             if get_origin(f.type) is Literal and value not in get_args(f.type):
                 raise UserError(f"{f.name} is {value!r}: choose one of {', '.join(get_args(f.type))}")
@@ -151,20 +152,18 @@ class Config:
     def demo_noise(self) -> dict[str, float]:
         return {name.removeprefix("demo_"): p for name, p in vars(self).items() if name.startswith("demo_")}
 
-LOWEST = {"temperature": 0.01, "tool_timeout": 0.05, "group_size": 2, "tool_memory_mb": 16} | dict.fromkeys(
-    ("problems_per_step", "oversample", "filter_rollouts", "max_tokens", "max_turns", "mini_batches",
-     "generate_rows", "tool_output_chars", "micro_batch_tokens", "sft_batch", "sandbox_workers",
-     "eval_samples", "save_every", "seeds", "jobs"), 1)
+LOWEST = {"temperature": 0.01, "tool_timeout": 0.05, "tool_memory_mb": 16, "group_size": 2} | dict.fromkeys(
+    ("seed", "lora", "warmup_steps", "sft_steps", "eval_every", "eval_problems", "log_groups"), 0)
 
 def one_gpu() -> Config:
     """Preset for a pretrained model on one GPU: the report's prompts, optimizer and stages, in small."""
     return Config(
         model="Qwen/Qwen3-1.7B", dataset="openai/gsm8k:main", system_prompt=SYSTEM_PROMPT,
         user_prompt=USER_PROMPT, stages=("100:2048", "50:3072", "50:3072:unsolved"), filter_rollouts=8,
-        max_tokens=3072, tool_output_chars=2000, tool_seconds_shown=True, gradient_checkpointing=True,
-        tool_preload="numpy.random,sympy.tensor.tensor,sympy.sets.setexpr", lr=1e-6, warmup_steps=20,
-        lr_schedule="constant_with_warmup", micro_batch_tokens=8192, generate_rows=64, sft_steps=0,
-        sft_lr=1e-5, sft_muon_lr=0.0, eval_problems=200, jobs=1)
+        max_tokens=3072, max_turn_tokens=3072, tool_output_chars=2000, tool_seconds_shown=True,
+        tool_preload="numpy.random,sympy.tensor.tensor,sympy.sets.setexpr", gradient_checkpointing=True,
+        lr=1e-6, lr_schedule="constant_with_warmup", warmup_steps=20, micro_batch_tokens=8192,
+        generate_rows=64, sft_steps=0, sft_lr=1e-5, sft_muon_lr=0.0, eval_problems=200, jobs=1)
 
 class Stage(NamedTuple):
     steps: int
@@ -219,6 +218,7 @@ class Rollout:
     group: int  # shared by the rollouts of one problem in one batch
     max_tokens: int  # response tokens allowed, tool results included
     max_turns: int
+    max_turn_tokens: int
     # one entry per token, append-only
     tokens: list[int] = field(default_factory=list)  # prompt and response
     loss_mask: list[int] = field(default_factory=list)  # 1: sampled by the policy
@@ -371,9 +371,7 @@ class Chat:
     def __init__(self, tokenizer, cfg: Config):
         self.tokenizer, self.cfg = tokenizer, cfg
         if tokenizer.chat_template is None:
-            if "<|im_end|>" not in tokenizer.get_vocab():
-                raise UserError(f"model {cfg.model} has no chat template: use an instruct model, or save one")
-            tokenizer.chat_template = CHATML
+            raise UserError(f"model {cfg.model} has no chat template: use an instruct model, or save one")
         system = [{"role": "system", "content": cfg.system_prompt.replace("{tools}", tool_schemas())}]
         turns = [{"role": who, "content": f"@@{i}@@"} for i, who in enumerate(("user", "assistant", "user"))]
         render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
@@ -409,8 +407,8 @@ class Chat:
 # ---- A rollout is data. These functions, free of I/O, clock and randomness, are all that changes it
 
 def start(problem: Problem, chat: Chat, cfg: Config, rollout_id: str, group: int = 0) -> Rollout:
-    """A rollout at its first assistant turn. Raises UserError if the prompt is empty."""
-    rollout = Rollout(rollout_id, problem, group, cfg.max_tokens, cfg.max_turns)
+    """A rollout at its first assistant turn."""
+    rollout = Rollout(rollout_id, problem, group, cfg.max_tokens, cfg.max_turns, cfg.max_turn_tokens)
     extend(rollout, chat.prompt(problem))
     rollout.prompt_length = rollout.turn_start = len(rollout.tokens)
     return rollout
@@ -422,6 +420,12 @@ def extend(rollout: Rollout, tokens: list[int], completion: Completion | None = 
     rollout.loss_mask += [int(completion is not None)] * n
     rollout.sampler_logprobs += completion.logprobs if completion else [0.0] * n
     rollout.versions += [completion.policy_version if completion else -1] * n
+
+def next_request(rollout: Rollout, chat: Chat) -> GenerationRequest:
+    """What to ask an engine for: the rest of the current turn, within the limits of turn and response."""
+    in_turn = len(rollout.tokens) - rollout.turn_start
+    left = min(rollout.max_turn_tokens - in_turn, rollout.max_tokens - rollout.response_tokens)
+    return GenerationRequest(rollout.id, tuple(rollout.tokens), left, chat.turn_end)
 
 def append_completion(rollout: Rollout, completion: Completion, chat: Chat) -> list[ToolCall]:
     """Append what the engine sampled; return the calls to run, in order. When a turn ends, its calls are
@@ -617,10 +621,9 @@ def collate(rollouts: Sequence[Rollout], cfg: Config) -> Batch:
     """Rollouts -> right-padded Batch on the CPU."""
     def pad(rows, dtype):
         return torch.nn.utils.rnn.pad_sequence([torch.tensor(x, dtype=dtype) for x in rows], batch_first=True)
-
     loss_mask = pad([r.loss_mask for r in rollouts], torch.bool)
     if cfg.mask_truncated:
-        loss_mask &= torch.tensor([r.stop_reason == "answer" for r in rollouts])[:, None]
+        loss_mask &= torch.tensor([r.stop_reason != "length" for r in rollouts])[:, None]
     return Batch(tokens=pad([r.tokens for r in rollouts], torch.long),
                  attention_mask=pad([[1] * len(r.tokens) for r in rollouts], torch.bool), loss_mask=loss_mask,
                  advantages=torch.tensor([r.advantage for r in rollouts], dtype=torch.float32),
@@ -642,7 +645,7 @@ def select_rollouts(rollouts: Sequence[Rollout], cfg: Config,
     for rollout in rollouts:
         rollout.kept, rollout.advantage = False, 0.0
         groups[rollout.group].append(rollout)
-    kept, uniform = [], 0
+    kept: list[Rollout] = []
     for group in groups.values():
         rewards, penalties = [r.reward for r in group], [r.penalty for r in group]
         if cfg.algo == "roc" and len(set(rewards)) > 1:
@@ -652,17 +655,15 @@ def select_rollouts(rollouts: Sequence[Rollout], cfg: Config,
             chosen = rng.choice(len(group), min(cfg.group_size, len(group)), replace=False)
             group = [group[i] for i in sorted(chosen)]
         rewards = [r.reward for r in group]
-        if len(set(rewards)) < 2:  # no signal: all right or all wrong
-            uniform += 1
-            continue
-        for rollout, advantage in zip(group, group_advantages(torch.tensor(rewards)).tolist()):
-            rollout.kept, rollout.advantage = True, advantage
-        kept += group
-    return kept, uniform / max(len(groups), 1)
+        if len(set(rewards)) > 1:  # else no signal: all right or all wrong
+            for rollout, advantage in zip(group, group_advantages(torch.tensor(rewards)).tolist()):
+                rollout.kept, rollout.advantage = True, advantage
+            kept += group
+    return kept, 1 - len({r.group for r in kept}) / max(len(groups), 1)
 
 def train_step(rollouts: Sequence[Rollout], policy: Policy, cfg: Config,
                rng: np.random.Generator) -> dict[str, float]:
-    """Filter, resample, advantages and update on graded rollouts; returns metrics (DESIGN names)."""
+    """Filter, resample, advantages and update on graded rollouts (steps 4 to 6); returns metrics."""
     began = time.perf_counter()
     kept, uniform = select_rollouts(rollouts, cfg, rng)
     right = [r.penalty for r in kept if r.reward > 0]
@@ -702,7 +703,7 @@ def sft_step(demos: Sequence[Rollout], policy: Policy, cfg: Config) -> dict[str,
         batches, lambda logprobs, entropy, batch: (-(logprobs * batch.loss_mask).sum() / denom, {}))
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Reward, tool use and lengths of graded rollouts; NaN where nothing was right."""
+    """Reward, tool use and lengths of graded rollouts; NaN where there is nothing to average."""
     def mean(values) -> float:
         return float(np.mean(values)) if len(values) else math.nan
 
@@ -730,8 +731,6 @@ def evaluate(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {"eval/pass@1": float(np.mean(means)), "eval/interval": half, "eval/rollouts": len(rollouts)} \
         | {f"eval/{key}": value for key, value in rollout_metrics(rollouts).items()} \
         | {f"eval/pass@1/{kind}": float(np.mean(values)) for kind, values in sorted(by_kind.items())}
-
-# ---- Demonstrations of the toy task (toy.py)
 
 def toy_demonstration(rng: np.random.Generator, chat: Chat, cfg: Config) -> Rollout:
     """An imperfect demonstration as a rollout, made by the same three transitions as the policy's."""
@@ -916,8 +915,7 @@ def collect(problems: Sequence[Problem], engine: Engine, sandbox: Sandbox, cfg: 
                 for group, problem in enumerate(problems) for i in range(samples or cfg.rollouts_per_problem)]
     active = rollouts
     while active:
-        completions = engine.generate([GenerationRequest(
-            r.id, tuple(r.tokens), r.max_tokens - r.response_tokens, engine.chat.turn_end) for r in active])
+        completions = engine.generate([next_request(r, engine.chat) for r in active])
         calls = [append_completion(r, completion, engine.chat) for r, completion in zip(active, completions)]
         results = iter(sandbox.run([call.request for some in calls for call in some]))
         for rollout, some in zip(active, calls):
@@ -1044,7 +1042,7 @@ class Run:
 
     def drop_solved(self, cfg: Config) -> None:
         """The last stage's filter: only problems that are not solved every time stay (report §4)."""
-        pool = self.state["pool"][:2 * cfg.problems_per_step * len(self.schedule[self.state["step"]:])]
+        pool = self.state["pool"][:cfg.problems_per_step * len(self.schedule[self.state["step"]:])]
         rollouts = collect([self.problems[i] for i in pool], self.engine, self.sandbox, cfg,
                            samples=cfg.filter_rollouts, tag="filter")
         failed = sorted({r.group for r in rollouts if r.reward <= 0})
@@ -1054,7 +1052,9 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """pass@1 on held-out problems; after cold start also the gate: errors must not decide the answer."""
-        rollouts = collect(self.held_out, self.engine, self.sandbox, self.cfg,
+        ends = self.state["step"] in (0, len(self.schedule))  # between them a quarter of the problems do
+        problems = self.held_out if ends else self.held_out[::4]
+        rollouts = collect(problems, self.engine, self.sandbox, self.cfg,
                            samples=self.cfg.eval_samples, tag="eval")
         if self.state["step"] == 0:
             failed, clean = ([r.reward for r in rollouts if r.calls and (r.error_penalty > 0) == bad]

@@ -31,6 +31,7 @@ def tiny_config(**changes) -> Config:
         stages=("1:40",),
         filter_rollouts=1,
         max_tokens=40,
+        max_turn_tokens=1000,
         micro_batch_tokens=600,
         sft_steps=0,
         sft_batch=4,

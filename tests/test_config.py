@@ -47,6 +47,7 @@ def test_probability_above_one_is_refused(field):
         "oversample",
         "max_tokens",
         "max_turns",
+        "max_turn_tokens",
         "mini_batches",
         "temperature",
         "micro_batch_tokens",

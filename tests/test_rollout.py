@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from minirstar import (
     Completion,
+    GenerationRequest,
     Problem,
     ToolResult,
     ToolStatus,
     append_completion,
     append_tool_results,
     collect,
+    next_request,
     start,
 )
 
@@ -208,3 +210,13 @@ def test_rollout_can_be_pickled_in_every_state(chat):
         copy = pickle.loads(pickle.dumps(rollout))
         assert copy == rollout and copy is not rollout
     assert rollout.stop_reason == "answer"
+
+
+def test_request_asks_for_what_turn_and_response_have_left(chat):
+    cfg = tiny_config(max_tokens=30, max_turn_tokens=20)
+    rollout = start(Problem("p/1", "?", "1"), chat, cfg, "r")
+    assert next_request(rollout, chat) == GenerationRequest("r", tuple(rollout.tokens), 20, chat.turn_end)
+    append_completion(rollout, Completion([5] * 8, [-1.0] * 8, "abort"), chat)
+    assert next_request(rollout, chat).max_tokens == 12  # of the turn
+    rollout.max_tokens = 15
+    assert next_request(rollout, chat).max_tokens == 7  # of the response

@@ -139,19 +139,10 @@ def codes() -> list[str]:
             code = json.loads(turn.partition("<tool_call>")[2].removesuffix("</tool_call>"))["arguments"][
                 "code"
             ]
-            bug = (
-                "prnt"
-                if "prnt" in code
-                else "+''"
-                if code.endswith("+'')")
-                else "open"
-                if code[-1] != ")"
-                else "open"
-                if code.count("(") != code.count(")")
-                else ""
-            )
+            extra = code.count(")") - code.count("(")
+            bug = "misspelt" if "prnt" in code else {-1: "unclosed", 0: "", 1: "unmatched"}[extra]
             forms.setdefault((q["id"].partition("/")[0], q["wrong"] in code, bug), code)
-    assert {bug for _, _, bug in forms} == {"prnt", "+''", "open", ""} and len(forms) > 60
+    assert {bug for _, _, bug in forms} == {"misspelt", "unclosed", "unmatched", ""} and len(forms) > 60
     return list(forms.values())
 
 

@@ -77,6 +77,7 @@ def made(
         group,
         100,
         5,
+        100,
         tokens=[i] * len(mask),
         loss_mask=mask,
         sampler_logprobs=[-1.0 * m for m in mask],
@@ -243,12 +244,9 @@ def test_truncated_rollouts_stay_in_the_loss_unless_masked():
             for row, mask in zip(batch.tokens, batch.loss_mask)
         }
         for r in rollouts:
-            assert (
-                counted[r.tokens[0]] == (0 if masked and r.stop_reason == "length" else sum(r.loss_mask))
-                or r.stop_reason == "turns"
-            )
-    tokens = sum(sum(r.loss_mask) for r in rollouts if r.stop_reason == "answer")
-    expected = -sum(r.advantage * sum(r.loss_mask) for r in rollouts if r.stop_reason == "answer") / tokens
+            assert counted[r.tokens[0]] == (0 if masked and r.stop_reason == "length" else sum(r.loss_mask))
+    tokens = sum(sum(r.loss_mask) for r in rollouts if r.stop_reason != "length")
+    expected = -sum(r.advantage * sum(r.loss_mask) for r in rollouts if r.stop_reason != "length") / tokens
     assert sum(map(float, policy.losses)) == pytest.approx(expected, abs=1e-5)
 
 
