@@ -105,8 +105,8 @@ class Config:
     micro_batch_tokens: int = 1536  # tokens, padding included, in one forward and backward pass
     generate_rows: int = 512  # rollouts generated at once
     # cold start
-    sft_steps: int = 280  # optimizer steps of supervised fine-tuning; 0: none
-    sft_batch: int = 32  # demonstrations in a step
+    sft_steps: int = 400  # optimizer steps of supervised fine-tuning; 0: none
+    sft_batch: int = 24  # demonstrations in a step
     sft_lr: float = 3e-3  # AdamW's, for embeddings and norms (all weights where sft_muon_lr is 0)
     sft_muon_lr: float = 0.02  # Muon's, for the matrices; 0: AdamW for all
     # demonstrations are imperfect on purpose, so that RL has something to learn: probability that one ...
