@@ -37,7 +37,7 @@ KINDS = {  # kind: (phrasings, right expression, wrong expression, digits of a, 
     "boxes": (("{a} boxes hold {b} pens each and {c} pens are sold. How many are left?",
                "Of {a} boxes with {b} pens each, {c} pens are sold. How many remain?"),
               "{a}*{b}-{c}", "{a}*{b}+{c}", "222", False),
-    "share": (("{b} children share {a} nuts equally. How many are left?",
+    "share": (("{a} nuts are given equally to {b} children. How many are left?",
                "{a} nuts are shared by {b} children. How many remain?"), "{a}%{b}", "{a}//{b}", "420", False),
 }
 

@@ -283,13 +283,3 @@ def test_tokenizer_without_template_or_chatml_is_refused():
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     with pytest.raises(UserError, match="no chat template.*instruct"):
         Chat(plain, tiny_config(model="some-base"))
-
-
-def test_chatml_vocabulary_without_template_gets_one(tokenizer):
-    bare = copy.deepcopy(tokenizer)
-    bare.chat_template = None
-    chat = Chat(bare, tiny_config())
-    assert (
-        chat.decode(chat.prompt(Problem("p/0", "Hi", "1")))
-        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<reason>"
-    )
