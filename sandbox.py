@@ -327,7 +327,8 @@ def zygote(spec: dict) -> None:
     if spec["linux"]:
         Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory: rather us than the caller
     if spec["isolate"]:
-        isolate({spec["home"], "/run", *closed} - {"/"}, keep, spec["root"])
+        public = {"/tmp", "/dev/shm"} - {*spec["scratch"]}  # they hold Python, so calls cannot cover them
+        isolate({spec["home"], "/run", *public, *closed} - {"/"}, keep, spec["root"])
         if os.fork():
             control.close()
             os._exit(bool(os.wait()[1]))

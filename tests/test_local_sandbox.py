@@ -118,12 +118,13 @@ def test_nothing_outside_can_be_written(sandbox, path):
 
 @linux
 def test_tmp_is_private_small_and_the_home(sandbox):
-    with tempfile.NamedTemporaryFile(dir="/tmp") as ours:
+    with tempfile.NamedTemporaryFile() as ours:
         code = (
-            "import os; open('/tmp/a', 'w').write('b')\n"
-            "print(os.listdir('/tmp'), os.path.expanduser('~') == os.getcwd())"
+            "import os, tempfile; tmp = tempfile.gettempdir(); open(tmp + '/a', 'w').write('b')\n"
+            "print(os.listdir(tmp), os.path.expanduser('~') == tmp == os.getcwd(), end=' ')\n"
+            f"print(os.path.exists({ours.name!r}))"
         )
-        assert result(sandbox, code).stdout == "['a'] True\n"
+        assert result(sandbox, code).stdout == "['a'] True False\n"
         assert os.path.exists(ours.name)
     code = "for i in range(9):\n    with open(str(i), 'wb') as f: f.write(bytes(32 << 20))"
     assert "OSError: [Errno 28] No space left on device" in result(sandbox, code).stderr
